@@ -23,7 +23,7 @@ from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
 from nbdist.errors import ChangeFailed, ClusterError
-from nbdist.ipc import folders, ports
+from nbdist.ipc import folders, ports, private_files
 from nbdist.ipc.locks import Event, Future
 from nbdist.ipc.prctl import name_process
 from nbdist.wire import Change, RankInfo
@@ -144,7 +144,8 @@ def change(plan: Change) -> RankInfo | None:
     if plan.generation <= _cancelled:
         attempt.cancel("the change was cancelled before it began")
     try:
-        return _carry_out(plan, attempt)
+        with private_files.reopenable():
+            return _carry_out(plan, attempt)
     finally:
         _attempt = None
 

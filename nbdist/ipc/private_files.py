@@ -21,7 +21,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,6 +40,7 @@ __all__ = [
     "read_file",
     "remove_folders",
     "rendezvous_folder",
+    "reopenable",
 ]
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -206,6 +207,20 @@ def open_file(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+@contextlib.contextmanager
+def reopenable() -> Iterator[None]:
+    """Within this block, this user can open each file again that a library creates.
+
+    A cell may have set a umask by which only root can. It is the whole process's, so
+    another thread's files are private meanwhile.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def create_file(path: Path) -> BinaryIO:

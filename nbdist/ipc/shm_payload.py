@@ -88,7 +88,7 @@ def new_file(size: int, run_dir: Path) -> Iterator[tuple[str, BinaryIO]]:
         OSError: No folder has room.
     """
     folder, *_ = _folders(size, run_dir)
-    descriptor, path = tempfile.mkstemp(dir=folder)
+    descriptor, path = _make(folder)
     try:
         with open(descriptor, "wb") as file:
             yield path, file
@@ -135,9 +135,16 @@ def discard(shipment: Shipment) -> None:
         Path(shipment.path).unlink(missing_ok=True)
 
 
+def _make(folder: Path) -> tuple[int, str]:
+    """A new file that this user can open again, whatever umask a cell has set."""
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    os.fchmod(descriptor, 0o600)
+    return descriptor, path
+
+
 def _write(frames: list[Any], folder: Path) -> str:
     """Write frames to a new file, each at a multiple of 64 bytes; return its path."""
-    descriptor, path = tempfile.mkstemp(dir=folder)
+    descriptor, path = _make(folder)
     try:
         # `write` raises on a full disk, while a mapped page would raise SIGBUS.
         with os.fdopen(descriptor, "wb", buffering=0) as file:

@@ -1,6 +1,6 @@
 """A program that uses a cluster in a hostile environment.
 
-    python -m tests.clusters.hostile_work [clock | full]
+    python -m tests.clusters.hostile_work [clock | full | umask]
 
 It prints "works" at the end. test_hostile_environment.py runs it.
 """
@@ -26,7 +26,12 @@ HOUR_S = 3600.0
 
 def main(during: str) -> None:
     """Start, compute, push, pull, replace a rank, stop."""
-    between = {"full": fill_the_disk, "clock": move_the_clock}.get(during, nothing)
+    all_between = {
+        "full": fill_the_disk,
+        "clock": move_the_clock,
+        "umask": take_permissions,
+    }
+    between = all_between.get(during, nothing)
     with Cluster(n=2, device="cpu", threads=1, timeout_s=100) as cluster:
         cluster.on_note = print
         print(*(info.started for info in cluster.infos), sep="\n")
@@ -54,6 +59,13 @@ def compute(cluster: Cluster) -> None:
     assert [result[rank].stdout for rank in range(2)] == ["sum 3\n"] * 2, result
     cluster.push(small=[1, 2], large=b"x" * 3_000_000)
     assert cluster["small, len(large), int(x[0])"] == [([1, 2], 3_000_000, 3)] * 2
+
+
+def take_permissions(cluster: Cluster, times: int) -> None:
+    """Have only root open what the ranks create."""
+    cluster.execute("import os; os.umask(0o777)")
+    compute(cluster)
+    cluster.execute("dist.barrier(dist.new_group([0, 1]))", timeout_s=60)
 
 
 def nothing(cluster: Cluster, times: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +16,8 @@ from tests.processes import wait_until
 pytestmark = pytest.mark.usefixtures("patience")
 
 DEADLINE_S = 60.0
+OF_PICKLE = "" if sys.version_info >= (3, 14) else "PicklingError|"
+"""Python 3.14's pickle raises the error itself."""
 DONE = {
     "torch": """
 import torch
@@ -191,8 +195,11 @@ def test_a_rank_that_joins_has_the_settings_of_torch(cluster: Cluster) -> None:
     [
         ("pickle.dumps = None", "TypeError"),
         ("json.dumps = json.dump = None", "TypeError"),
-        ("builtins.__import__ = None", "PicklingError"),
-        ("builtins.__import__ = lambda *_, **__: 1 / 0", "PicklingError"),
+        ("builtins.__import__ = None", f"{OF_PICKLE}TypeError"),
+        (
+            "builtins.__import__ = lambda *_, **__: 1 / 0",
+            f"{OF_PICKLE}ZeroDivisionError",
+        ),
     ],
 )
 def test_a_rank_that_cannot_answer_ends_and_is_replaced(
@@ -203,7 +210,8 @@ def test_a_rank_that_cannot_answer_ends_and_is_replaced(
     broken = f"import builtins, json, pickle\nif rank == 1: {change}\nprint('printed')"
     with pytest.raises(CellError, match="rank 1") as raised:
         cluster.execute(broken, timeout_s=DEADLINE_S)
-    assert f"it can no longer answer the notebook ({reason}" in str(raised.value)
+    said = rf"it can no longer answer the notebook \(({reason})"
+    assert re.search(said, str(raised.value))
     assert cluster["kept"] == [7, 7]
 
 

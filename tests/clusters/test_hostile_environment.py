@@ -187,11 +187,13 @@ def test_home_is_unset_or_unusable(home: str | None) -> None:
 
 
 def test_a_user_has_no_name_no_capabilities_and_a_home_that_is_read_only() -> None:
+    """A umask that a cell sets then applies to this user too."""
     become = (
         *("setpriv", "--reuid=64777", "--regid=64777", "--clear-groups"),
         *("--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"),
     )
     done = work(
+        "umask",
         mounts=(cover("/root", LARGE), "mount -t tmpfs -o ro tmpfs /mnt"),
         environment={"HOME": "/mnt", "USER": None, "LOGNAME": None},
         become=become,

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from nbdist.collectives.group import Group
 from nbdist.collectives.ops.objects import broadcast_object
 from nbdist.ipc.ports import addresses_of_hosts, limit_sources, own_address
-from nbdist.ipc.private_files import rendezvous_folder
+from nbdist.ipc.private_files import rendezvous_folder, reopenable
 
 __all__ = ["make_store"]
 
@@ -30,7 +30,8 @@ def make_store(group: Group, run_dir: Path, name: str) -> Store:
         name: The store's name, of which there is no file yet.
     """
     if len(set(group.hosts)) == 1:
-        return FileStore(str(rendezvous_folder(run_dir) / name), group.size)
+        with reopenable():
+            return FileStore(str(rendezvous_folder(run_dir) / name), group.size)
     listener = None
     place = None
     if group.rank == 0:

@@ -329,6 +329,7 @@ def _mapped(path: Path, size: int) -> tuple[Path, Tensor]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     try:
+        os.fchmod(descriptor, 0o600)  # whatever umask a cell has set
         # Allocate the pages now. In a full folder, a later write would raise SIGBUS.
         os.posix_fallocate(descriptor, 0, size)
         memory = mmap.mmap(descriptor, size)
