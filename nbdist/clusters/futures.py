@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from nbdist.ipc.locks import Future, await_all
+from nbdist.widgets.kernel_activity import kept_active
 
 __all__ = ["BackgroundCalls", "CallFuture"]
 
@@ -60,8 +61,9 @@ class CallFuture(Future[T]):
 class BackgroundCalls:
     """Runs calls in the order in which they were made.
 
-    The calls run on a thread, which ends when no call is left. Each runs in a copy of
-    the context in which it was submitted: what it prints is shown in the output of the
+    The calls run on a thread, which ends when no call is left. Until then the
+    notebook's server does not count the kernel as idle. Each call runs in a copy of the
+    context in which it was submitted: what it prints is shown in the output of the
     notebook's cell that has submitted it.
     """
 
@@ -142,13 +144,14 @@ class BackgroundCalls:
             return [future for future in self._pending if not future.done()]
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._calls:
-                    self._thread = None
-                    return
-                call = self._calls.popleft()
-            call()
+        with kept_active():
+            while True:
+                with self._lock:
+                    if not self._calls:
+                        self._thread = None
+                        return
+                    call = self._calls.popleft()
+                call()
 
     def _run(self, future: CallFuture[T], fn: Callable[[], T]) -> None:
         try:
