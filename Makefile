@@ -56,7 +56,7 @@ QUICK := $(filter-out tests/test_shared_cluster.py tests/test_failure_report.py,
 	tests/telemetry tests/widgets --ignore=tests/telemetry/test_slow_ranks.py \
 	--ignore=tests/widgets/test_browser.py
 MORE := tests/examples tests/hosts tests/commands/test_wheel.py tests/widgets/test_browser.py \
-	$(wildcard tests/notebook/test_*jupyterlab.py)
+	$(wildcard tests/notebook/test_*jupyterlab.py) tests/notebook/test_marimo.py
 # Files run at once, one for each core.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
 AT_ONCE = --dist loadfile --tx '$(WORKERS)*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'

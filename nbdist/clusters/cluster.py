@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import (
     Awaitable,
     Callable,
@@ -77,6 +78,7 @@ from nbdist.ipc.locks import Event, Future
 from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import Shipment
 from nbdist.telemetry.collector import Collector
+from nbdist.widgets.marimo_cell import end_with_cell
 from nbdist.widgets.user_input import UserInput
 from nbdist.wire import (
     CommMessage,
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.rank_registry import RankRegistry
     from nbdist.clusters.recovery import Recovery
     from nbdist.clusters.world_restart import LastCommit, SavedVariables, SavedWorld
+    from nbdist.widgets.monitor import Monitor
 
 __all__ = ["SILENT_WAIT_S", "Cluster", "compared_by_digests"]
 
@@ -147,7 +150,8 @@ class Cluster:
 
     The constructor checks the request and starts nothing. `start` or the beginning of a
     `with` block starts the ranks. `stop`, the end of the block or the end of this
-    process ends them. `async with` does the same without blocking the event loop.
+    process ends them. `async with` does the same without blocking the event loop. In
+    marimo, the ranks also end when the cell that has made the cluster runs again.
 
     Args:
         n: Number of ranks. Default: one per visible GPU, else min(4, cores).
@@ -293,6 +297,7 @@ class Cluster:
         """Receives the messages of the ranks' widgets. Set it before the start."""
         self.reader: Reader = UserInput()
         """Reads the lines that ranks ask for. Set it before the start."""
+        end_with_cell(self.leave)
 
     def __enter__(self) -> Cluster:
         return self if self.running else self.start()
@@ -1110,6 +1115,27 @@ class Cluster:
             lambda: self._execute(code, chosen, *arguments), f"In[{number}]"
         )
 
+    def run_cell(
+        self,
+        code: str,
+        ranks: Iterable[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Run a cell as `execute` does, and show its output while it runs.
+
+        Each line begins with the ranks that have printed it, and figures of several
+        ranks stand side by side, as below a `%%distributed` cell.
+        """
+        from nbdist.widgets.cell_view import CellView
+
+        chosen = range(self.size) if ranks is None else existing_ranks(ranks, self.size)
+        view = CellView(chosen, uuid.uuid4().hex)
+        try:
+            self.execute(code, ranks, timeout_s=timeout_s, observer=view)
+        finally:
+            view.close()
+
     def send_comms(
         self,
         engine_uuid: str,
@@ -1742,6 +1768,28 @@ class Cluster:
         from nbdist.telemetry.export import data_frame
 
         return data_frame(self.collector, () if name is None else [name])
+
+    def monitor(
+        self, metric: str | Sequence[str] = (), *, x: str = "step", log: bool = False
+    ) -> Monitor:
+        """A live chart of the values that the ranks log, and a table of their devices.
+
+        It is an anywidget, which a cell shows by its last line. It changes while later
+        cells run. It needs no running cluster, and keeps its history after `stop`. Its
+        `close` removes it.
+
+        Args:
+            metric: The metric to show, or several, each in a chart. Default: the first
+                that was logged.
+            x: "step" or "time".
+            log: Whether the y axis is logarithmic.
+        """
+        from nbdist.widgets.monitor import Monitor
+
+        metrics = [metric] if isinstance(metric, str) else metric
+        monitor = Monitor(self.collector, metrics=metrics, x=x, log=log)
+        end_with_cell(monitor.close)
+        return monitor
 
     def status(self) -> dict[int, dict[str, Any] | None]:
         """The state of each rank, also while it is busy, for `%dist_status`.

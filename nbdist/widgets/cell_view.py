@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from IPython.display import clear_output, display, update_display
 
 from nbdist.widgets.arrangement import arrange
+from nbdist.widgets.grid import fits_grid, grid
 from nbdist.widgets.lines import Item, LineSplitter, merge
 from nbdist.widgets.live_text import (
     count_notes,
@@ -23,6 +24,7 @@ from nbdist.widgets.live_text import (
 )
 from nbdist.widgets.long_search import LongSearch
 from nbdist.widgets.long_text import LongText
+from nbdist.widgets.marimo_cell import in_marimo
 from nbdist.widgets.widget_text import WIDGET_VIEW
 from nbdist.wire import format_ranks
 
@@ -427,8 +429,11 @@ class CellView:
             shown = Shown(
                 tuple(ranks), _named(ranks[0], own_id) if own_id else anonymous
             )
-            self._write([("stdout", [f"{_label(tuple(ranks))}\n"])])
-            display(content["data"], display_id=shown.identifier, **arguments)
+            if in_marimo() and fits_grid(content):
+                display(grid([(ranks, content)]), raw=True)
+            else:
+                self._write([("stdout", [f"{_label(tuple(ranks))}\n"])])
+                display(content["data"], display_id=shown.identifier, **arguments)
         for rank in ranks:
             self._shown[rank].append(shown)
 

@@ -989,3 +989,20 @@ def test_a_death_is_not_explained_by_the_text_of_an_earlier_cell(cluster: Cluste
     assert "present" in str(failed.value) or "present" in str(failed.value.rendered)
     assert "earlier" not in str(failed.value) + str(failed.value.rendered)
     cluster.execute("pass")
+
+
+def test_run_cell_shows_what_ranks_print(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(CellError, match="AssertionError"):
+        cluster.run_cell("print('rank', rank); assert rank != 2", [1, 2])
+    shown = ANSI.sub("", capsys.readouterr().out).splitlines()
+    assert sorted(shown[:2]) == ["[1] rank 1", "[2] rank 2"]
+
+
+def test_monitor_is_a_widget_of_the_logged_values(cluster: Cluster):
+    monitor = cluster.monitor("loss", x="time")
+    try:
+        assert (monitor.metrics, monitor.x) == (["loss"], "time")
+    finally:
+        monitor.close()

@@ -61,6 +61,7 @@ from nbdist.ipc.locks import Future
 from nbdist.ipc.private_files import make_run_folder, remove_folders
 from nbdist.ipc.shm_payload import Shipment
 from nbdist.telemetry.collector import Collector
+from nbdist.widgets.marimo_cell import end_with_cell
 from nbdist.widgets.user_input import UserInput
 from nbdist.wire import CommMessage, RankInfo, RankProfile
 
@@ -137,6 +138,7 @@ class KeptCluster(Cluster):
         self.comms: CommReceiver = IGNORED
         self.reader = UserInput()
         self.on_wait = self.on_note = _print
+        end_with_cell(self.leave)
 
     def __repr__(self) -> str:
         state = "attached" if self._link is not None else "not attached"
