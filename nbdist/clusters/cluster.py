@@ -21,6 +21,8 @@ from collections.abc import (
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from IPython.core.getipython import get_ipython
+
 from nbdist.clusters import transfer
 from nbdist.clusters.comm_receiver import IGNORED, CommReceiver
 from nbdist.clusters.failures import (
@@ -1128,13 +1130,17 @@ class Cluster:
         ranks stand side by side, as below a `%%distributed` cell.
         """
         from nbdist.widgets.cell_view import CellView
+        from nbdist.widgets.live_text import show_error
 
         chosen = range(self.size) if ranks is None else existing_ranks(ranks, self.size)
         view = CellView(chosen, uuid.uuid4().hex)
         try:
-            self.execute(code, ranks, timeout_s=timeout_s, observer=view)
-        finally:
-            view.close()
+            with contextlib.closing(view):
+                self.execute(code, ranks, timeout_s=timeout_s, observer=view)
+        except CellError as error:
+            if get_ipython() is None:  # else IPython shows the ranks' tracebacks
+                show_error(error)
+            raise
 
     def send_comms(
         self,

@@ -996,8 +996,10 @@ def test_run_cell_shows_what_ranks_print(
 ):
     with pytest.raises(CellError, match="AssertionError"):
         cluster.run_cell("print('rank', rank); assert rank != 2", [1, 2])
-    shown = ANSI.sub("", capsys.readouterr().out).splitlines()
+    text = capsys.readouterr()
+    shown = ANSI.sub("", text.out).splitlines()
     assert sorted(shown[:2]) == ["[1] rank 1", "[2] rank 2"]
+    assert "print('rank', rank); assert rank != 2" in ANSI.sub("", text.err)
 
 
 def test_monitor_is_a_widget_of_the_logged_values(cluster: Cluster):
