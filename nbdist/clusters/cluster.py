@@ -1126,8 +1126,10 @@ class Cluster:
     ) -> None:
         """Run a cell as `execute` does, and show its output while it runs.
 
-        Each line begins with the ranks that have printed it, and figures of several
-        ranks stand side by side, as below a `%%distributed` cell.
+        Each line begins with the ranks that have printed it, and each figure stands
+        below the rank that displays it.
+
+        Args and raises: as for `execute`.
         """
         from nbdist.widgets.cell_view import CellView
         from nbdist.widgets.live_text import show_error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("marimo")
+pytest.importorskip("marimo", reason="pip install marimo installs it")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "marimo_digits.py"
 

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 from nbdist.ipc.ports import free_ports
 from tests.processes import HANG_S, Footprint, wait_until
 
-pytest.importorskip("marimo")
+pytest.importorskip("marimo", reason="pip install marimo installs it")
 
 NOTEBOOK = '''
 import marimo
