@@ -24,7 +24,7 @@ def copy(folder: Path) -> int:
     Raises:
         UsageError: The folder cannot be made, or has one of the notebooks.
     """
-    notebooks = _installed() or sorted(_of_checkout().glob("*.ipynb"))
+    notebooks = _installed() or _of_checkout()
     there = [path.name for path in notebooks if (folder / path.name).exists()]
     if there:
         raise UsageError(f"{folder} has {there[0]} already: name another folder")
@@ -45,9 +45,10 @@ def _installed() -> list[Path]:
     return [
         Path(str(path.locate()))
         for path in listed
-        if path.match("share/nbdist/examples/*.ipynb")
+        if path.match("share/nbdist/examples/*")
     ]
 
 
-def _of_checkout() -> Path:
-    return Path(nbdist.__file__).parents[1] / "examples"
+def _of_checkout() -> list[Path]:
+    folder = Path(nbdist.__file__).parents[1] / "examples"
+    return sorted([*folder.glob("*.ipynb"), *folder.glob("marimo_*.py")])

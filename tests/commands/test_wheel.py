@@ -18,7 +18,10 @@ from nbdist.commands.doctor import PARTS
 from tests.processes import HANG_S
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted(path.name for path in (ROOT / "examples").glob("*.ipynb"))
+EXAMPLES = ROOT / "examples"
+NOTEBOOKS = sorted(
+    path.name for kind in ("*.ipynb", "marimo_*.py") for path in EXAMPLES.glob(kind)
+)
 BUILD = """
 import sys
 from setuptools import build_meta
