@@ -154,9 +154,9 @@ def numbers(count: int) -> str:
 
 INHERITED = {
     "background_calls", "compare", "complete", "debug", "describe", "execute",
-    "in_background", "inspect", "look", "memory", "metrics", "on",
-    "output_folder", "profiling", "pull", "push", "refused", "run", "shown", "stacks",
-    "status", "variables",
+    "in_background", "inspect", "look", "memory", "metrics", "monitor", "on",
+    "output_folder", "profiling", "pull", "push", "refused", "run", "run_cell", "shown",
+    "stacks", "status", "variables",
 }  # fmt: skip
 """The methods that make other calls of the cluster only. Each is tried below."""
 
@@ -185,6 +185,15 @@ def test_cells_and_values(kept: KeptCluster):
     assert kept.size == 2
     assert kept.died() == {}
     assert kept.running
+
+
+def test_a_cell_and_the_monitor_are_shown(
+    kept: KeptCluster, capsys: pytest.CaptureFixture[str]
+):
+    kept.run_cell("nbdist.log(height=3.0)\nprint('said', rank)", [1])
+    assert "said 1" in capsys.readouterr().out
+    with contextlib.closing(kept.monitor("height")) as monitor:
+        assert monitor.metrics == ["height"]
 
 
 def test_looks(kept: KeptCluster):

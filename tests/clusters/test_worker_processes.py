@@ -29,8 +29,10 @@ class Sample:
 def sample(i):
     return Sample(number * i)
 """
-UNFORKED = pytest.mark.parametrize("method", ["spawn", "forkserver"])
-EACH = pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+SPAWN = pytest.param("spawn", marks=pytest.mark.slow)
+"""Each worker imports torch anew, for seconds. What it gets is as with forkserver."""
+UNFORKED = pytest.mark.parametrize("method", ["forkserver", SPAWN])
+EACH = pytest.mark.parametrize("method", ["fork", "forkserver", SPAWN])
 
 
 def run(cluster: Cluster, *cells: str) -> str:
@@ -44,7 +46,7 @@ def run(cluster: Cluster, *cells: str) -> str:
 # -- what arrives ------------------------------------------------------------------
 
 
-@EACH
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_data_loader_uses_the_classes_and_functions_of_cells(
     cluster: Cluster, method: str
 ) -> None:

@@ -87,10 +87,12 @@ def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch):
     def fail(**_: object) -> None:
         raise StartError("0 of 2 ranks were up")
 
+    for check in ("_torch", "_front_ends"):
+        monkeypatch.setattr(doctor, check, lambda: iter(()))
     monkeypatch.setattr(doctor, "Cluster", fail)
-    (finding,) = doctor._start()
-    assert finding.status == "problem"
-    assert "StartError: 0 of 2 ranks were up" in finding.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    *_, finding = doctor.findings(starts_ranks=True)
+    assert finding == Finding("start", "0 of 2 ranks were up", "problem")
 
 
 def test_the_exit_code_says_whether_there_is_a_problem(

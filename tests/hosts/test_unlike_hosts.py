@@ -17,6 +17,8 @@ from tests.processes import HANG_S, wait_until
 from tests.seed import SEED
 
 OFTEN, SOAK = 6, 200
+NETWORKS = ("", "eth1", "10.78.0.0/24")
+"""What -H's hosts are to reach each other by, where there are two; "" for no option."""
 TRAIN = """
 torch.manual_seed(rank)
 net = torch.nn.Linear(20, 3)
@@ -79,8 +81,13 @@ def test_a_cluster_works_on_hosts_that_differ(draw: int) -> None:
         first = a if draw % 2 else laptop
         listed = ["a:2" if first is a else slots_on(a), slots_on(b)]
         start = START.replace("a:2,b:2", ",".join(listed))
+        on = NETWORKS[draw % 3] if chosen[0].networks == 2 else ""
+        if on:
+            start = start.replace('device="cpu"', f'device="cpu", interface="{on}"')
         with first.console() as console:
             console.do(start)
+            expected = "eth1" if on else "eth0"
+            assert console.value("{i.interface for i in cluster.infos}") == {expected}
             work(console)
             lose(console, b)
             console.do("cluster.stop()")
