@@ -190,10 +190,10 @@ def test_cells_and_values(kept: KeptCluster):
 def test_a_cell_and_the_monitor_are_shown(
     kept: KeptCluster, capsys: pytest.CaptureFixture[str]
 ):
-    kept.run_cell("nbdist.log(height=3.0)\nprint('said', rank)", [1])
+    kept.run_cell("nbdist.log(shown=3.0)\nprint('said', rank)", [1])
     assert "said 1" in capsys.readouterr().out
-    with contextlib.closing(kept.monitor("height")) as monitor:
-        assert monitor.metrics == ["height"]
+    with contextlib.closing(kept.monitor("shown")) as monitor:
+        assert monitor.metrics == ["shown"]
 
 
 def test_looks(kept: KeptCluster):

@@ -197,6 +197,9 @@ class TestHost:
         here = self._here("ip")
         for number, address in enumerate(self.addresses):
             device, port = f"eth{number}", self._ports[number]
+            # Linux removes that of a killed host some time later.
+            old = self._in_switch("ip", "link", "del", port)
+            subprocess.run(old, capture_output=True, check=False)
             if self.traits.delay_s or self.traits.loss:
                 self._connect_badly(device, port)
             else:
