@@ -13,10 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from pathlib import Path
 
-import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
@@ -24,10 +23,10 @@ from rich.text import Text
 
 import nbdist
 from nbdist.clusters.cluster import Cluster
+from nbdist.clusters.hosts.answers import has_compiled, version_of
 from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.launchers.mpiexec import Mpiexec
 from nbdist.errors import NbdistError
-from nbdist.ipc.resources import memory_available
 from nbdist.kernel_versions import untested_torch
 
 __all__ = ["Finding", "findings", "show"]
@@ -147,7 +146,7 @@ def _requirements() -> Iterator[Finding]:
             {"extra": ""}
         ):
             continue
-        installed = _version(requirement.name)
+        installed = version_of(requirement.name)
         if installed is None or not requirement.specifier.contains(
             installed, prereleases=True
         ):
@@ -165,8 +164,7 @@ def _requirements() -> Iterator[Finding]:
 
 
 def _compiled() -> Iterator[Finding]:
-    folder = Path(nbdist.__file__).parent / "collectives"
-    missing = [part for part in PARTS if not any(folder.glob(f"{part}.*.so"))]
+    missing = [part for part in PARTS if not has_compiled(part)]
     if not missing:
         yield Finding("compiled parts", "all are there")
         return
@@ -223,7 +221,7 @@ def _torch() -> Iterator[Finding]:
 
 def _mpi() -> Iterator[Finding]:
     mpiexec = Mpiexec()
-    text = f"{mpiexec.description}; mpi4py {_version('mpi4py')}"
+    text = f"{mpiexec.description}; mpi4py {version_of('mpi4py')}"
     if mpiexec.is_fault_tolerant:
         yield Finding("MPI", text)
     else:
@@ -233,14 +231,14 @@ def _mpi() -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     host = this_host()
-    memory = psutil.virtual_memory()
-    available = memory_available(memory.total, memory.available)
-    yield Finding("host", f"{host.name}, {host.cores} cores, {_size(available)} free")
+    memory = host.memory_available
+    free = "" if memory is None else f", {_size(memory)} free"
+    yield Finding("host", f"{host.name}, {host.cores} cores{free}")
     if not host.gpus:
         yield Finding("GPUs", f"none: {host.why_no_gpu}; ranks compute on the CPU")
     for number, gpu in enumerate(host.gpus):
-        memory_text = "" if gpu.memory is None else f", {_size(gpu.memory)}"
-        yield Finding(f"GPU {number}", f"{gpu.name}{memory_text}")
+        size = "" if gpu.memory is None else f", {_size(gpu.memory)}"
+        yield Finding(f"GPU {number}", f"{gpu.name}{size}")
 
 
 def _memory() -> Iterator[Finding]:
@@ -272,7 +270,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _front_ends() -> Iterator[Finding]:
-    there = {name: _version(name) for name in FRONT_ENDS}
+    there = {name: version_of(name) for name in FRONT_ENDS}
     text = ", ".join(f"{name} {found}" for name, found in there.items() if found)
     lab = there["jupyterlab"] or there["notebook"]
     cure = "" if lab else "pip install jupyterlab, unless your editor runs notebooks"
@@ -296,13 +294,6 @@ def _start() -> Iterator[Finding]:
     else:
         text = f"the sum of two ones was {sums} on two ranks"
         yield Finding("start", text, "problem", "report this with the lines above")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _size(count: int) -> str:

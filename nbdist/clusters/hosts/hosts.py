@@ -191,17 +191,17 @@ class Hosts:
         """
         if self.job is not None:
             return
-        self._enough = n
         try:
             problems = self._join(self._slots)
         except ClusterError as error:
             raise UsageError(str(error)) from error
         good = [each for each in self._slots if each.name not in problems]
-        if problems and not self._are_enough(good):
+        if problems and sum(each.slots for each in good) < n:
             raise UsageError(
                 f"{self._table(problems)}\nThe ranks go on. %dist_scale -n N changes "
                 "how many start again, and %dist_scale -H on which hosts"
             )
+        self._enough = n
 
     def _others_in(self, slots: Sequence[HostSlots]) -> list[RemoteHost]:
         """The other hosts in a list."""
