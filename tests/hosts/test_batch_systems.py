@@ -25,14 +25,13 @@ from tests.processes import HANG_S, wait_until
 ONE_USER = True
 FOLDER = "/var/tmp/batch"
 START = """
-import re
 import nbdist
+from tests.hosts.notes import unless_usual
 notes, seen = [], []
 
 def started(launcher, **options):
     cluster = nbdist.Cluster(launcher=launcher, device="cpu", timeout_s=90, **options)
-    usual = re.compile("CAP_NET_ADMIN|the clock of")
-    cluster.on_note = lambda note: usual.search(note) or notes.append(note)
+    cluster.on_note = unless_usual(notes)
     cluster.start(lambda p: p.waits_for and seen.append(p.waits_for))
     return cluster
 

@@ -55,15 +55,14 @@ APART = (
 START = """
 import os, threading, time
 import torch
-import re
 import nbdist
+from tests.hosts.notes import unless_usual
 notes = []
 
 def started(**options):
     options = {"device": "cpu", "timeout_s": 90, "host_timeout_s": 4.0, **options}
     cluster = nbdist.Cluster(**options)
-    usual = re.compile("CAP_NET_ADMIN|the clock of")
-    cluster.on_note = lambda note: usual.search(note) or notes.append(note)
+    cluster.on_note = unless_usual(notes)
     return cluster.start()
 
 def printed(code, **options):
@@ -211,14 +210,19 @@ def test_n_is_the_most_ranks_on_hosts_that_a_script_prints(
     assert console.value("[i.host for i in cluster.infos]") == ["a", "b", "b"]
 
 
-def test_a_host_that_cannot_take_part_keeps_no_other_out(
-    console: Console, hosts: HostNetwork
-):
+def start_while_b_is_down(console: Console, hosts: HostNetwork) -> None:
+    """Start on the hosts that the script prints, of which only one can be reached."""
     console.do("import nbdist.clusters.hosts.hosts as h; h.AGAIN_S = 1.0")
     hosts["b"].block(f"tcp dport {hosts['b'].traits.port}")
     prints(hosts, "a:1", "b:1")
     console.do(f"cluster = started(host_discovery={SCRIPT!r}, timeout_s=30)")
     assert console.value("[i.host for i in cluster.infos]") == ["a"]
+
+
+def test_a_host_that_cannot_take_part_keeps_no_other_out(
+    console: Console, hosts: HostNetwork
+):
+    start_while_b_is_down(console, hosts)
     prints(hosts, "a:1", "b:1", "c:1", "nowhere:1")
     console.do("await_hosts()")
     assert console.value("printed('print(rank)')") == [*"01"]
@@ -237,11 +241,7 @@ def test_a_listed_host_gets_its_ranks_when_it_is_there(
     console: Console, hosts: HostNetwork
 ):
     """Whether it was down at the start, or is lost; the script prints it always."""
-    console.do("import nbdist.clusters.hosts.hosts as h; h.AGAIN_S = 1.0")
-    hosts["b"].block(f"tcp dport {hosts['b'].traits.port}")
-    prints(hosts, "a:1", "b:1")
-    console.do(f"cluster = started(host_discovery={SCRIPT!r}, timeout_s=30)")
-    assert console.value("[i.host for i in cluster.infos]") == ["a"]
+    start_while_b_is_down(console, hosts)
     hosts["b"].unblock()
     console.do("await_hosts()")
     assert console.value("printed('print(rank)')") == [*"01"]

@@ -12,14 +12,13 @@ from tests.hosts.network import HostNetwork
 PROJECT = "~/project"
 START = f"""
 import os, sys, time
-import re
 import nbdist
+from tests.hosts.notes import unless_usual
 sys.path.insert(0, '')
 os.chdir(os.path.expanduser({PROJECT!r}))
 notes = []
 cluster = nbdist.Cluster(hosts="a:2,b:2", sync=".", device="cpu", timeout_s=90)
-usual = re.compile("CAP_NET_ADMIN|the clock of")
-cluster.on_note = lambda note: usual.search(note) or notes.append(note)
+cluster.on_note = unless_usual(notes)
 cluster.start()
 cluster.execute("import os", setup=True)
 

@@ -14,14 +14,13 @@ from tests.processes import HANG_S, wait_until
 SILENCE_S = 4.0
 START = f"""
 import os, signal, subprocess, time
-import re
 import nbdist
+from tests.hosts.notes import unless_usual
 notes = []
 cluster = nbdist.Cluster(
     hosts="a:2,b:2", device="cpu", timeout_s=90, host_timeout_s={SILENCE_S}
 )
-usual = re.compile("CAP_NET_ADMIN|the clock of")
-cluster.on_note = lambda note: usual.search(note) or notes.append(note)
+cluster.on_note = unless_usual(notes)
 cluster.start()
 cluster.execute("import os; kept = rank", setup=True)
 

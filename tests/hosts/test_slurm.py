@@ -16,14 +16,13 @@ from tests.processes import HANG_S, wait_until
 ONE_USER = True
 START = """
 import os, threading, time
-import re
 import nbdist
+from tests.hosts.notes import unless_usual
 notes, seen = [], []
 
 def started(**options):
     cluster = nbdist.Cluster(launcher="slurm", device="cpu", timeout_s=90, **options)
-    usual = re.compile("CAP_NET_ADMIN|the clock of")
-    cluster.on_note = lambda note: usual.search(note) or notes.append(note)
+    cluster.on_note = unless_usual(notes)
     cluster.start(lambda p: p.waits_for and seen.append(p.waits_for))
     return cluster
 

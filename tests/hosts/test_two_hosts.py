@@ -12,7 +12,6 @@ from tests.hosts.network import HostNetwork
 START = """
 import json, os, signal, threading, time
 import numpy as np
-import re
 import nbdist
 notes = []
 cluster = nbdist.Cluster(hosts="a:2,b:2", device="cpu", timeout_s=90)
